@@ -32,6 +32,14 @@ def larger(a: float, b: float) -> float:
 class ErrorStats:
     """Base of the accumulators: fields named ``max_*`` merge by maximum, all others by sum."""
 
+    @classmethod
+    def total(cls, errors: Iterable[Self]) -> Self:
+        """What was measured on all of several pieces, in their order."""
+        total = cls()
+        for error in errors:
+            total.merge(error)
+        return total
+
     def merge(self, later: Self) -> None:
         """Add what was measured on the elements that follow."""
         for field in fields(self):

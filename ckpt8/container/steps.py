@@ -281,11 +281,9 @@ def _weights(parameters: Iterable[ParameterRecord]) -> list[int]:
 
 def _weight_snr(manifest: Manifest, storages: Iterable[int]) -> float | None:
     """The SNR of weights on lattices, in dB."""
-    total, known = LatticeError(), manifest.storages
-    for error in (read_error(known[index].error) for index in storages if index < len(known)):
-        if isinstance(error, LatticeError):
-            total.merge(error)
-    return total.snr_db
+    known = manifest.storages
+    errors = (read_error(known[index].error) for index in storages if index < len(known))
+    return LatticeError.total(error for error in errors if isinstance(error, LatticeError)).snr_db
 
 
 def _figures(parameters: Iterable[tuple[ParameterRecord, StepError]]) -> dict[str, Any]:

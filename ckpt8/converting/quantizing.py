@@ -450,13 +450,15 @@ def summary(scheme: Scheme, errors: Mapping[str, QuantizationError], layers: Lay
     classes: dict[str, list[QuantizationError]] = defaultdict(list)
     for name, error in errors.items():
         classes[class_of(name)].append(error)
-    by_class = [{"class": kind, "tensors": len(own), **_sum(own).figures()} for kind, own in classes.items()]
+    by_class = [
+        {"class": kind, "tensors": len(own), **QuantizationError.total(own).figures()} for kind, own in classes.items()
+    ]
     by_tensor = [{"tensor": name, **error.figures()} for name, error in errors.items()]
     return {
         "dtype": scheme.dtype.label,
         "scale": scheme.scale,
         "per": scheme.per,
-        "all": {"tensors": len(errors), **_sum(errors.values()).figures()},
+        "all": {"tensors": len(errors), **QuantizationError.total(errors.values()).figures()},
         "classes": sorted(by_class, key=_noise),
         "tensors": sorted(by_tensor, key=_noise),
         "kept": dict(layers.kept),
@@ -477,13 +479,6 @@ def lines(facts: Mapping[str, Any]) -> Iterator[str]:
     for reason, modules in reasons.items():
         more = f" and {len(modules) - 1:,} more" if len(modules) > 1 else ""
         yield f"bf16        {modules[0]}{more}: {reason}"
-
-
-def _sum(errors: Any) -> QuantizationError:
-    total = QuantizationError()
-    for error in errors:
-        total.merge(error)
-    return total
 
 
 def _noise(facts: Mapping[str, Any]) -> float:

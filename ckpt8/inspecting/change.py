@@ -96,10 +96,8 @@ def _finite(value: float) -> float | None:
 
 def measure(a: Array, b: Array, types: tuple[DType, DType]) -> Change:
     """Compare two arrays of one length, of elements of types that have numbers."""
-    total = Change()
-    for start in range(0, len(a), _TILE):
-        total.merge(_measure_tile(a[start : start + _TILE], b[start : start + _TILE], types))
-    return total
+    tiles = (slice(start, start + _TILE) for start in range(0, len(a), _TILE))
+    return Change.total(_measure_tile(a[tile], b[tile], types) for tile in tiles)
 
 
 def _count_differing(a: Array, b: Array) -> int:

@@ -269,14 +269,12 @@ def _or_infinite(relative: float | None) -> float:
 
 
 def _total(group: list[TensorDifference]) -> dict[str, Any]:
-    total, worst = Change(), max(group, key=_relative)
-    for tensor in group:
-        total.merge(tensor.change or Change())
+    worst = max(group, key=_relative)
     return {
         "tensors": len(group),
         "identical": sum(tensor.identical for tensor in group),
         "worst": None if worst.identical else worst.a.name,
-        **total.to_json(),
+        **Change.total(tensor.change or Change() for tensor in group).to_json(),
     }
 
 

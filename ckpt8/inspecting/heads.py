@@ -285,9 +285,7 @@ def read_container(path: Path) -> Facts:
 
 def sum_of_errors(errors: Iterable[StepError | None]) -> StepError | None:
     """The sum of errors; None where none was measured, or where all that is lossy is outside."""
-    total = StepError()
-    for error in errors:
-        total.merge(error or StepError())
+    total = StepError.total(error or StepError() for error in errors)
     return total if total.energy > 0 else None
 
 

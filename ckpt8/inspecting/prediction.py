@@ -231,9 +231,7 @@ class Prediction:
     def run(self, workers: Workers, budget: Budget | None) -> dict[str, Any]:
         """The figures under a ``budget``."""
         size, errors = self.measured(workers)
-        error = StepError() if self._plan.is_lossy else StepError(1.0)
-        for part in errors:
-            error.merge(part)
+        error = StepError.total([StepError(0.0 if self._plan.is_lossy else 1.0), *errors])
         if budget is not None and error.energy > (most := budget.steps**2 * error.step):
             # Such a file is encoded again.
             error = replace(_scaled(error, most / error.energy), step=error.step)
@@ -312,9 +310,7 @@ class Prediction:
         lengths = [len(frame) for _, parts, _ in packed.packs for planes in parts.values() for frame, _ in planes]
         numel = sum(unit.numel for unit in units)
         share_of_all = sum(unit.numel for unit in group.units) / numel if numel else 0
-        error = StepError()
-        for member in packed.units:
-            error.merge(member.errors.steps or StepError())
+        error = StepError.total(member.errors.steps or StepError() for member in packed.units)
         outside = _ENTRY_BYTES * len(lengths) + _ROW_BYTES * len(group.units)
         return sum(lengths) * share_of_all + outside, _scaled(error, share_of_all)
 
