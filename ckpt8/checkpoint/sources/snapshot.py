@@ -15,6 +15,7 @@ import _thread
 import ctypes
 import mmap
 import os
+import sys
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,9 @@ from ckpt8.core.workers import default_threads
 
 _PAGE = 1 << 21
 """Memory is borrowed in multiples of a huge page."""
+
+_ADVICE = (mmap.MADV_HUGEPAGE, 18) if sys.platform == "linux" else ()
+"""The second is ``MADV_WIPEONFORK``, which Python does not name."""
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for all GPUs."""
@@ -68,7 +72,8 @@ class NotPlainError(Exception):
 class _Memory:
     """Pages for copies; ``pinned``: a GPU writes to them while nobody waits.
 
-    A fork does not get them: the child needs none, and the parent would wait for new ones.
+    A fork gets zeros at their place: the parent would wait for new pages otherwise. With ``MADV_DONTFORK`` the child
+    would put something else there, and lose that with this object.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
@@ -76,9 +81,9 @@ class _Memory:
         self.round: object = None
         # Shared pages, which are the default, would be small ones, and slow to get.
         self.pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            with suppress(AttributeError, OSError):
-                self.pages.madvise(getattr(mmap, advice))
+        for advice in _ADVICE:
+            with suppress(OSError):
+                self.pages.madvise(advice)
         if pinned:
             self._address = torch.frombuffer(self.pages, dtype=torch.uint8).data_ptr()
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
