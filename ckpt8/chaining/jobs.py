@@ -35,7 +35,7 @@ from ckpt8.container.steps import step_facts
 from ckpt8.core.errors import CheckFailedError, Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import any_file, may_write, noting_replaced, remove, rename_new, sync_directory
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, reading, scan
+from ckpt8.core.files.source_file import RemotePath, reading, resolved, scan
 from ckpt8.core.summary import Summarised, shrunk
 from ckpt8.core.text import counted, listed
 from ckpt8.core.workers import Progress
@@ -278,8 +278,8 @@ class Settings:
     def removes(self, source: Path) -> bool:
         """Whether a source goes once it is compressed: never what ``frozen_from`` names, nor a directory with that."""
         named = self.options.get("frozen_from")
-        file = None if named is None else as_path(named).resolve()
-        return self.remove and (file is None or source.resolve() not in (file, *file.parents))
+        file = None if named is None else resolved(as_path(named))
+        return self.remove and (file is None or resolved(source) not in (file, *file.parents))
 
     def difference(self, manifest: Manifest) -> str | None:
         """How a container is not what these settings make, by what it states; None where it is."""

@@ -33,7 +33,7 @@ from ckpt8.container.reader import ContainerReader
 from ckpt8.core.errors import InputError, OutputError, require
 from ckpt8.core.files.atomic import SUFFIX as PARTIAL
 from ckpt8.core.files.atomic import any_file
-from ckpt8.core.files.source_file import ByteRange, Entry, open_range, reading, resolved, scan
+from ckpt8.core.files.source_file import ByteRange, Entry, is_folder, open_range, reading, resolved, scan
 
 _MODEL = r"(?:pytorch_|adapter_|diffusion_pytorch_)?model"
 _FILES = re.compile(
@@ -138,7 +138,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _is_own_folder(entry: Entry) -> bool:
     """Whether an entry is a folder, and no link to one."""
-    return entry.is_dir() and not entry.is_symlink()
+    return not entry.is_symlink() and entry.is_dir()
 
 
 class _Contents:
@@ -479,7 +479,7 @@ def _files(root: Path) -> Iterator[tuple[str, str]]:
         except OSError:
             continue
         for entry in entries:
-            if not entry.is_dir():
+            if not is_folder(entry):
                 yield inside, entry.name
             elif not entry.is_symlink() and len(Path(inside).parts) < _DEEPEST:
                 waiting.append(str(Path(inside, entry.name)))

@@ -61,7 +61,7 @@ class FrozenFile:
     def beside(cls, target: Path, path: Path, threads: int | None = None) -> FrozenFile:
         """What ``path`` is for ``target``. Raises OutputError where that would be written to it."""
         folder = resolved(target).parent
-        if not path.is_dir() or folder == path.resolve():
+        if not path.is_dir() or folder == resolved(path):
             refuse_source(target, path)
         return cls(path, folder, threads)
 
@@ -73,7 +73,7 @@ class FrozenFile:
     @property
     def is_nested(self) -> bool:
         """Whether what is in folders of a directory counts: not where one of them holds the run, which changes."""
-        return self.path.resolve() not in self.folder.parents
+        return resolved(self.path) not in self.folder.parents
 
     def name(self) -> str:
         """The name of its container in ``bases/``: by its seal, or by the name and the content of a plain checkpoint.
@@ -86,7 +86,7 @@ class FrozenFile:
         with reading(self.path):
             is_directory = self.path.is_dir()
             names = [entry.path for entry in walk(self.path, nested=self.is_nested)] if is_directory else [""]
-            states = [(self.path / name if name else self.path.resolve()).lstat() for name in names]
+            states = [(self.path / name if name else resolved(self.path)).lstat() for name in names]
         looks = tuple((state.st_ino, state.st_size, state.st_mtime_ns) for state in states)
         if isinstance(self.path, RemotePath):
             return kept_name(hashlib.sha256(repr((str(self.path), names, looks)).encode()).hexdigest())

@@ -37,8 +37,8 @@ from ckpt8.container.steps import added, step_figures
 from ckpt8.core.closing import without_collection
 from ckpt8.core.errors import InputError
 from ckpt8.core.files.paths import as_path
+from ckpt8.core.files.source_file import is_folder, reading, refuse_url, resolved, scan
 from ckpt8.core.files.source_file import listed as listed_folder
-from ckpt8.core.files.source_file import reading, refuse_url, scan
 from ckpt8.core.public import checked
 from ckpt8.core.summary import Summarised
 from ckpt8.core.text import counted, size
@@ -123,10 +123,10 @@ def _listed(folder: Path) -> tuple[list[str], list[str]]:
         for entry in scan(folder):
             if entry.name == METADATA or not entry.name.startswith("."):
                 # A link to something below its folder, such as ``last.ckpt``, is another name for that.
-                target = (folder / entry.name).resolve() if entry.is_symlink() else None
-                if entry.is_dir():
+                target = resolved(folder / entry.name) if entry.is_symlink() else None
+                if is_folder(entry):
                     folders += [entry.name] if target is None else []
-                elif target is None or not target.is_relative_to(folder.resolve()):
+                elif target is None or not target.is_relative_to(resolved(folder)):
                     files.append(entry.name)
     return sorted(files), sorted(folders)
 

@@ -98,6 +98,8 @@ def test_checkpoints_of_frameworks_and_nothing_else(tmp_path):
     (tmp_path / "log.txt").write_text("loss 3")
     (tmp_path / "latest").symlink_to("checkpoint-500")
     (tmp_path / "newest.pt").symlink_to("step_7.pt")
+    (tmp_path / "circle.pt").symlink_to("circle.pt")
+    (tmp_path / "checkpoint-500" / "circle").symlink_to("circle")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.7").write_text("x")
     (tmp_path / "data").mkdir()

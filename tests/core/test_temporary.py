@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from disk_kit import longest_file
 
 from ckpt8.cli.bench.probe import run_child
 from ckpt8.core.closing import deferred
-from ckpt8.core.files.atomic import allocate, temporary_directory
+from ckpt8.core.files.atomic import allocate, temporary_directory, write_at
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -46,6 +47,17 @@ def test_a_file_has_its_room_before_it_is_written(tmp_path):
         assert taken.st_blocks * 512 >= 1 << 20
         allocate(file.fileno(), 0)
         assert file.read() == b""
+
+
+@posix
+def test_a_file_is_written_where_no_advice_is_taken(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse, raising=False)
+    with (tmp_path / "file").open("w+b") as file:
+        write_at(file.fileno(), memoryview(b"bytes"), 0)
+        assert file.read() == b"bytes"
 
 
 def test_a_directory_is_there_within_the_block_only(tmp_path):

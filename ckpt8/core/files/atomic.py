@@ -31,7 +31,7 @@ from typing import BinaryIO
 
 from ckpt8.core.closing import Closing, deferred, setting
 from ckpt8.core.errors import OutputError, require, system_errors
-from ckpt8.core.files.source_file import RemotePath, refuse_target
+from ckpt8.core.files.source_file import RemotePath, refuse_target, resolved
 
 SUFFIX = ".ckpt8-partial"
 IDLE_SECONDS = 3600
@@ -282,7 +282,7 @@ class AtomicOutput(Closing):
         refuse_target(target)
         with self.guard():
             # Resolve symbolic links: the temporary must be on the file system of the final target.
-            self._final = target.resolve()
+            self._final = resolved(target)
             self.examine(target, force=force, check=check)
 
     @classmethod
@@ -301,7 +301,12 @@ class AtomicOutput(Closing):
         require(cls.is_kind(target) or not target.exists(), f"{target}: exists and is not a {cls.what}", OutputError)
         if not force and (target.exists() or target.is_symlink()):
             raise exists_error(target)
-        return check(target.resolve()) if target.exists() else None
+        if target.exists():
+            return check(resolved(target))
+        if target.is_symlink():
+            with suppress(FileNotFoundError):
+                target.stat()  # links in a circle are an OSError
+        return None
 
     @property
     def path(self) -> Path:
@@ -446,7 +451,7 @@ def refuse_source(target: Path, source: Path) -> None:
             OutputError,
         )
         require(
-            not (source.is_dir() and source.resolve() in target.resolve().parents),
+            not (source.is_dir() and resolved(source) in resolved(target).parents),
             f"{target}: lies in the directory {source}; give a place outside of it",
             OutputError,
         )
@@ -552,7 +557,8 @@ PIECE = 1 << 20
 def start_writeback(descriptor: int, offset: int, length: int) -> None:
     """Ask the system to start writing a range to the disk, so that the final flush is short."""
     if hasattr(os, "posix_fadvise") and length:
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+        with suppress(OSError):  # a file system that takes no advice still writes
+            os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def allocate(descriptor: int, nbytes: int) -> None:

@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -83,8 +83,8 @@ class RemotePath(PosixPath):
 
 
 def resolved(path: Path) -> Path:
-    """The place to which a path leads, without links; that of an object as it is. Raises nothing."""
-    return path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
+    """The place to which a path leads, without links; of links in a circle, the path. Raises nothing."""
+    return path.resolve() if isinstance(path, RemotePath) else Path(os.path.realpath(path))
 
 
 def listed(folder: Path) -> Path:
@@ -101,6 +101,13 @@ def scan(folder: Path) -> Sequence[Entry]:
         return list(folder.iterdir())
     with os.scandir(folder) as entries:
         return list(entries)
+
+
+def is_folder(entry: Entry) -> bool:
+    """Whether an entry is a folder or a link to one; False where a link leads in a circle, or to what is not open."""
+    with nullcontext() if isinstance(entry, RemotePath) else suppress(OSError):
+        return entry.is_dir()
+    return False
 
 
 def refuse_target(target: Path) -> None:

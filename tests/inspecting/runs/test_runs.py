@@ -350,4 +350,5 @@ def test_a_link_to_a_checkpoint_beside_it_is_no_other(tmp_path):
     (tmp_path / "run" / "last.ckpt").symlink_to("epoch=3.ckpt")
     (tmp_path / "run" / "first.ckpt").symlink_to("../elsewhere.ckpt")
     (tmp_path / "run" / "again").symlink_to(".")
+    (tmp_path / "run" / "circle.ckpt").symlink_to("circle.ckpt")
     assert [each.name for each in find(tmp_path / "run").places] == ["epoch=3.ckpt", "first.ckpt"]
