@@ -15,18 +15,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ckpt8.chaining.thin import upkeep
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ckpt8.chaining.thin import Upkeep, upkeep
 from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import FOLDER, is_sharded
 from ckpt8.core.errors import UsageError, require
+from ckpt8.core.files.atomic import remove
 from ckpt8.core.public import checked
-from ckpt8.integrations import local_path, required
+from ckpt8.integrations import local_path, removing, required
 from ckpt8.integrations.sharded import LaterSave, load_model, load_optimizers, save_packed, state_to_pack
 
 with required("accelerate", __name__):
@@ -36,6 +42,31 @@ _ADVICE = "give a directory that every rank can reach"
 
 _later: WeakKeyDictionary[Any, LaterSave] = WeakKeyDictionary()
 """The saves in the background, by accelerator."""
+
+
+@dataclass(slots=True)
+class _Saved:
+    """The last checkpoint of the main process. One that accelerate has named ``is_new``; ``limit`` is for these."""
+
+    folder: Path
+    is_new: bool
+    limit: int | None
+    thin: Upkeep | None
+
+    def keep_up(self) -> None:
+        """Remove what the checkpoint makes superfluous. Raises OutputError, and as ``ckpt8.thin``."""
+        if self.is_new and self.limit is not None:
+            matches = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in self.folder.parent.iterdir())
+            others = {int(match[1]): path for match, path in matches if match and path.name != self.folder.name}
+            for number in sorted(others)[: max(len(others) + 1 - self.limit, 0)]:
+                with removing(others[number]):
+                    shutil.rmtree(others[number])
+        if self.thin is not None:
+            self.thin(self.folder.parent, [self.folder.name])
+
+
+_saved: WeakKeyDictionary[Any, _Saved] = WeakKeyDictionary()
+"""What may not be whole yet, by accelerator."""
 
 
 @checked
@@ -60,11 +91,13 @@ def save_state(
     runs neither FSDP nor one process.
 
     ``keep`` and ``to`` are those of ``ckpt8.thin``, which the main process applies to the folder around that of the
-    checkpoint, which itself stays. Packed directories go or stay; they do not get coarser.
+    checkpoint, which itself stays. Packed directories go or stay; they do not get coarser. These and what is beyond
+    accelerate's ``total_limit`` go once the checkpoint is whole, and stay where it fails; a folder that accelerate has
+    named goes then.
 
     With ``background`` it returns once models and optimizers are copied to memory of the CPU, which is kept for the
     next save, and a thread packs them. What fails there is a warning, and raised by the next call for this accelerator:
-    of this function, of ``load_state``, or of ``finish``. Each waits for the thread.
+    of this function, of ``load_state``, or of ``finish``. Each waits for the thread, and removes what is to go.
 
     >>> from ckpt8.integrations.accelerate import save_state
     >>> save_state(accelerator, "run/step-500", preset="archive")  # doctest: +SKIP
@@ -74,9 +107,13 @@ def save_state(
     target = None if output_dir is None else str(local_path(output_dir, _ADVICE))
     thin = upkeep(keep, to, threads=threads)
     _wait(accelerator)
+    project = accelerator.project_configuration
+    is_new, limit = project.automatic_checkpoint_naming, project.total_limit
     with _taken_over(accelerator, "save_state") as pairs, contextlib.ExitStack() as hooks:
 
         def pack(models: list[Any], _: list[Any], folder: str) -> None:
+            if accelerator.is_main_process:
+                _saved[accelerator] = _Saved(Path(folder), is_new, limit, thin)
             models.extend(model for model, _ in pairs)  # hooks of the user's own, which come later, see them
             state: dict[str, Any] = {}
             for number, (model, own) in enumerate(pairs):
@@ -90,10 +127,17 @@ def save_state(
         hook = accelerator.register_save_state_pre_hook(pack)
         hooks.callback(hook.remove)
         accelerator._save_model_state_pre_hook.move_to_end(hook.id, last=False)
-        saved = Path(accelerator.save_state(target))
-        if thin is not None and accelerator.is_main_process:
-            thin(saved.parent, [saved.name])
-        return str(saved)
+        project.total_limit = None  # accelerate would remove older ones now
+        try:
+            saved = str(Path(accelerator.save_state(target)))
+        except BaseException:
+            _give_up(accelerator)
+            raise
+        finally:
+            project.total_limit = limit
+    if not background:
+        _wait(accelerator)
+    return saved
 
 
 @checked
@@ -111,7 +155,7 @@ def load_state(
     source = None if input_dir is None else local_path(input_dir, _ADVICE)
     _wait(accelerator)
     if source is not None:
-        _refuse_container(source)
+        _refuse_others(source)
     if source is not None and not is_sharded(source / FOLDER):
         accelerator.load_state(str(source))
         return
@@ -119,7 +163,7 @@ def load_state(
 
         def unpack(_: list[Any], folder: str) -> None:
             place = Path(folder) / FOLDER
-            _refuse_container(Path(folder))
+            _refuse_others(Path(folder))
             require(is_sharded(place), f"{folder}: holds nothing that save_state packed; use accelerator.load_state")
             for number, (model, own) in enumerate(pairs):
                 load_model(place, _key("model", number), model, has_adapters=is_peft_model(model), threads=threads)
@@ -142,12 +186,33 @@ def finish(accelerator: Any) -> None:
 
 
 def _wait(accelerator: Any) -> None:
+    """Wait for a save in the background, if any, and remove what the checkpoint makes superfluous."""
     if (later := _later.get(accelerator)) is not None:
-        later.wait()
+        try:
+            later.wait()
+        except BaseException:
+            if not later.is_under_way:  # else the wait was interrupted
+                _give_up(accelerator)
+            raise
+    if (saved := _saved.pop(accelerator, None)) is not None:
+        saved.keep_up()
 
 
-def _refuse_container(path: Path) -> None:
+def _give_up(accelerator: Any) -> None:
+    """Remove a new checkpoint that failed: accelerate would count it, and load it as the newest."""
+    saved, later = _saved.pop(accelerator, None), _later.get(accelerator)
+    if saved is not None and saved.is_new:
+        if later is not None:
+            with contextlib.suppress(CheckpointException, Exception):
+                later.wait()
+        remove(saved.folder)
+
+
+def _refuse_others(path: Path) -> None:
+    """Raise InputError for a container, and for a checkpoint whose save did not end."""
     require(not is_container(path), f"{path}: is a container; restore it, and load the directory that it gives")
+    place = path / FOLDER
+    require(is_sharded(place) or not place.is_dir(), f"{path}: is not complete, its save did not end; load another one")
 
 
 @contextlib.contextmanager

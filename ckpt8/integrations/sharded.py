@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class LaterSave:
         if group is None:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the thread says so, at any time
         staged = Staged(state)
-        saved = self._saved = Future()
+        saved: Future[None] = Future()
 
         def pack() -> None:
             how: Any = {"no_dist": group is None, "process_group": group}
@@ -117,11 +117,13 @@ class LaterSave:
                 saved.set_result(None)
 
         in_thread(pack).add_done_callback(finish)
+        self._saved = saved  # not before: without a thread nothing ends it
 
     def wait(self) -> None:
         """Wait for the save, if any. Raises what it raises."""
-        saved, self._saved = self._saved, None
-        if saved is not None:
+        if (saved := self._saved) is not None:
+            wait([saved])
+            self._saved = None
             saved.result()
 
 

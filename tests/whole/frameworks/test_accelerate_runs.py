@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from frameworks_kit import PRESETS, check_goes_on, quiet, through
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt8.container.sharded import INDEX
-from ckpt8.core.errors import OutputError
+from ckpt8.core.errors import InputError, OutputError
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
 
@@ -105,8 +106,8 @@ def test_one_process_packs_without_fsdp(preset, background, trained, tmp_path):
     check_goes_on(preset, found, expected, other)
 
 
-def begun():
-    accelerator = accelerate.Accelerator(cpu=True)
+def begun(**project):
+    accelerator = accelerate.Accelerator(cpu=True, project_config=accelerate.utils.ProjectConfiguration(**project))
     model = torch.nn.Linear(300, 300)
     return accelerator, accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]
 
@@ -133,6 +134,61 @@ def test_a_save_in_the_background_takes_copies_and_the_next_call_waits_for_it(ga
     assert len(snapshot._kept) == 1
     finish(accelerator)
     assert snapshot._kept == []
+
+
+def test_an_interrupt_of_the_wait_does_not_end_it(gate, tmp_path, monkeypatch):
+    accelerator, _ = begun()
+    save_state(accelerator, tmp_path / "state", background=True)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Future, "result", strike)
+        interrupted.setattr(sharded, "wait", strike)
+        with pytest.raises(KeyboardInterrupt):
+            finish(accelerator)
+    threading.Timer(0.2, gate.set).start()
+    finish(accelerator)
+    assert (tmp_path / "state" / "ckpt8" / INDEX).exists()
+
+
+def strike(*_):
+    raise KeyboardInterrupt
+
+
+def test_nobody_waits_for_a_thread_that_did_not_start(tmp_path, monkeypatch):
+    accelerator, _ = begun()
+    monkeypatch.setattr(sharded, "in_thread", strike)
+    with pytest.raises(KeyboardInterrupt):
+        save_state(accelerator, tmp_path / "state", background=True)
+    monkeypatch.setattr(Future, "result", lambda *_: pytest.fail("waits"))
+    finish(accelerator)
+
+
+def save_and_finish(accelerator, **options):
+    save_state(accelerator, **options)
+    finish(accelerator)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_older_checkpoints_go_once_the_new_one_is_whole(background, tmp_path, monkeypatch):
+    def full(*_):
+        raise OutputError("the disk is full")
+
+    accelerator, _ = begun(project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    folder = tmp_path / "checkpoints"
+    save_and_finish(accelerator, background=background)
+    with monkeypatch.context() as disk:
+        disk.setattr(sharded.Ckpt8StorageWriter, "write_data", full)
+        with pytest.raises(CheckpointException, match="the disk is full"):
+            save_and_finish(accelerator, background=background)
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_0"]
+    load_state(accelerator)
+    save_and_finish(accelerator, background=background)
+    (path,) = folder.iterdir()
+    assert path.name != "checkpoint_0"
+    load_state(accelerator)
+    (path / "ckpt8" / INDEX).unlink()  # as a kill leaves it
+    for place in (None, path):
+        with pytest.raises(InputError, match="is not complete, its save did not end; load another one"):
+            load_state(accelerator, place)
 
 
 @pytest.mark.parametrize("call", [lambda accelerator, _: finish(accelerator), save_state])
