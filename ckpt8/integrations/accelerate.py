@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from ckpt8.checkpoint.sources.snapshot import give_back
 from ckpt8.container.header import is_container
 from ckpt8.container.sharded import FOLDER, is_sharded
 from ckpt8.core.errors import UsageError, require
-from ckpt8.core.files.atomic import remove
+from ckpt8.core.files.atomic import discard, remove, remove_abandoned_of
 from ckpt8.core.public import checked
 from ckpt8.integrations import local_path, removing, required
 from ckpt8.integrations.sharded import LaterSave, load_model, load_optimizers, save_packed, state_to_pack
@@ -56,11 +55,13 @@ class _Saved:
     def keep_up(self) -> None:
         """Remove what the checkpoint makes superfluous. Raises OutputError, and as ``ckpt8.thin``."""
         if self.is_new and self.limit is not None:
-            matches = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in self.folder.parent.iterdir())
-            others = {int(match[1]): path for match, path in matches if match and path.name != self.folder.name}
+            name, paths = r"checkpoint_(\d+)", list(self.folder.parent.iterdir())
+            matches = ((re.fullmatch(name, path.name), path) for path in paths if path.name != self.folder.name)
+            others = {int(match[1]): path for match, path in matches if match}
             for number in sorted(others)[: max(len(others) + 1 - self.limit, 0)]:
                 with removing(others[number]):
-                    shutil.rmtree(others[number])
+                    discard(others[number])
+            remove_abandoned_of(name, paths)
         if self.thin is not None:
             self.thin(self.folder.parent, [self.folder.name])
 
