@@ -292,11 +292,27 @@ class Growing:
 Growing.home["x"] = Growing()
 
 
+def emptied():
+    """A tensor whose memory is gone, as FSDP1 leaves it."""
+    tensor = torch.ones(9)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def nested(depth):
+    tree = []
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
 @pytest.mark.parametrize(
     ("tree", "name", "options", "error"),
     [
         ({"w": torch.ones(3), "f": lambda: 0}, "a.ckpt8", {}, UsageError),
         (Growing.home, "a.ckpt8", {}, UsageError),
+        ({"w": emptied()}, "a.ckpt8", {}, UsageError),
+        ({"w": nested(2000)}, "a.ckpt8", {}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"preset": "tiny"}, UsageError),
         ({"w": torch.ones(3)}, "a.ckpt8", {"stats": False, "max_update_error": 1.0}, UsageError),
         ({"w": torch.ones(3)}, "there.ckpt8", {"force": False}, OutputError),

@@ -11,7 +11,7 @@ import pickle
 import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +20,7 @@ from typing import Any, cast
 from ckpt8.checkpoint.readers import open_checkpoint
 from ckpt8.checkpoint.tree import OpenCheckpoint
 from ckpt8.core.arrays import Array
-from ckpt8.core.errors import Ckpt8Error, OutputError, UsageError
+from ckpt8.core.errors import Ckpt8Error, InputError, OutputError, UsageError, require
 from ckpt8.core.files.atomic import Partial, writing
 from ckpt8.core.files.source_file import read_pieces
 from ckpt8.core.lazy import torch
@@ -123,7 +123,12 @@ def live_checkpoint(
             with open_checkpoint(path) as written:
                 yield written
             return
-        with open_checkpoint(path) as skeleton:
+        with ExitStack() as opened:
+            try:
+                skeleton = opened.enter_context(open_checkpoint(path))
+            except InputError as exc:
+                reason = exc.problem.removeprefix(f"{path}: ")
+                raise UsageError(f"the object cannot be saved: {reason}") from exc
             try:
                 # Other threads read the storages, each on a stream of its own: wait for what the caller has queued.
                 for device in {storage.device for storage in storages.values() if storage.device.type == "cuda"}:
@@ -155,12 +160,17 @@ def _writing(path: Path) -> Iterator[None]:
             yield
     except Ckpt8Error:
         raise
-    except (pickle.PicklingError, AttributeError, TypeError) as exc:
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as exc:
         reason = (str(exc).splitlines() or [""])[0]
         raise UsageError(
             f"the object cannot be pickled: {reason}; save its state, in dicts, lists and tensors"
         ) from exc
     except RuntimeError as exc:
+        require(
+            "same data as different types" not in str(exc),
+            "two tensors view the same memory as different types, which torch.save cannot write; clone one of them",
+            UsageError,
+        )
         if "during iteration" not in str(exc):
             raise
         raise UsageError(f"the object changed while it was saved: {exc}; let other threads wait meanwhile") from exc

@@ -16,6 +16,7 @@ import torch
 import ckpt8
 from ckpt8.checkpoint.sources import snapshot
 from ckpt8.checkpoint.sources.snapshot import Snapshot
+from ckpt8.core.errors import UsageError
 
 Point = namedtuple("Point", "x y")
 
@@ -153,7 +154,7 @@ def test_the_file_is_the_one_of_the_foreground(name, tmp_path):
 def test_one_type_for_the_bytes_of_a_storage(tmp_path):
     """As torch.save asks for; told at the call."""
     weight = torch.randn(9)
-    with pytest.raises(RuntimeError, match="view the same data as different types"):
+    with pytest.raises(UsageError, match=r"view the same memory as different types, .*; clone"):
         ckpt8.save([weight, weight.view(torch.int32)], tmp_path / "a.ckpt8", background=True)
     assert not list(tmp_path.iterdir())
 
