@@ -46,21 +46,22 @@ if TYPE_CHECKING:
     from ckpt8.core.arrays import Array, Arrays
 
 
-def read_index(directory: Path, rank: int | None = None) -> ShardedIndex:
+def read_index(directory: Path, rank: int | None = None, damage: dict[str, str] | None = None) -> ShardedIndex:
     """The index of a directory, joined where every rank has written a part of it.
 
     Of what several ranks have stored on their own, such as their random states, ``rank`` gets its own. Raises
-    InputError where the index, or a part of it, is missing or malformed, or UnsupportedError.
+    InputError where the index, or a part of it, is missing or malformed, or UnsupportedError. ``damage`` is that of
+    ``read_file``.
     """
     path = directory / INDEX
     if path.exists():
-        return read_file(path)
+        return read_file(path, damage)
     parts = part_names(directory)
     if not parts:
         raise InputError(explain_missing(directory))
     from ckpt8.container.collecting import join  # needs numpy, which takes its time
 
-    return join(directory, {name: read_file(directory / name) for name in parts}, rank)
+    return join(directory, {name: read_file(directory / name, damage) for name in parts}, rank)
 
 
 _PLACE = re.compile(r"@[\dx]*$")
@@ -180,13 +181,14 @@ class JoinedReader(Closing):
     Opening it checks seals, and that containers and index state the same slices, which make up every tensor. Raises
     InputError that names the file and the tensor.
 
-    Without ``strict`` the containers may be damaged; ``unread`` says why some cannot be read, by their names. Which
-    slices and chunks are lost the caller finds out. InputError then means that the index is damaged, or names slices
-    that do not make up their tensor.
+    Without ``strict`` the containers may be damaged; ``unread`` says why some cannot be read, by their names, and
+    ``damage`` which files of the index do not match their checksums. Which slices and chunks are lost the caller finds
+    out. InputError then means that the index cannot be read, or names slices that do not make up their tensor.
     """
 
     def __init__(self, path: Path, *, strict: bool = True) -> None:
-        self.path, self.index = path, read_index(path)
+        self.damage: dict[str, str] = {}
+        self.path, self.index = path, read_index(path, damage=None if strict else self.damage)
         self.by_name: dict[str, ContainerReader] = {}
         self.unread: dict[str, str] = {}
         with ExitStack() as stack:

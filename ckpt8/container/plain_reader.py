@@ -652,7 +652,7 @@ class Ranks(Tensors):
         with reading(folder):
             parts = sorted(folder.glob("ckpt8-dcp.*.json"), key=lambda path: int(path.name.split(".")[1]))
             index = folder / "ckpt8-dcp.json"
-            indices = [json.loads(path.read_bytes()) for path in ([index] if index.exists() else parts)]
+            indices = [index_of(path.read_bytes(), path.name) for path in ([index] if index.exists() else parts)]
             saves = {(part["world"], part["save"]) for part in (index.get("part") for index in indices) if part}
             need(not saves or [world for world, _ in saves] == [len(indices)], "does not have the parts of one save")
             # Of what several ranks have, the first one's counts: it is written over that of the others.
@@ -678,6 +678,13 @@ class Ranks(Tensors):
             need(not missing.any(), f"{name}: a part of it is missing, or is not stored as a tensor")
         whole.flags.writeable = False
         return whole
+
+
+def index_of(text: bytes, name: str) -> Json:
+    """The index in a file of that name, which ends with the checksum of what is before."""
+    head, mark, stated = text.rpartition(b',"crc32":"')
+    need(not mark or stated == b'%08x"}' % zlib.crc32(head), f"{name}: is damaged, a checksum does not match")
+    return json.loads(text)  # type: ignore[no-any-return]
 
 
 def boxes_of(record: Json) -> list[Any]:

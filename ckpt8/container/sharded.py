@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 
 from ckpt8.container.checks import name_problem
 from ckpt8.container.manifest import SEAL, Manifest, TensorRecord
-from ckpt8.core.errors import InputError, UnsupportedError, require
+from ckpt8.core.errors import DamagedError, InputError, UnsupportedError, require
 from ckpt8.core.files.atomic import AtomicFile, sync_directory
-from ckpt8.core.files.source_file import ByteRange, open_range, scan
+from ckpt8.core.files.source_file import ByteRange, crc32, open_range, scan
 from ckpt8.core.json_text import (
     LARGEST,
     Fields,
@@ -363,7 +363,8 @@ class ShardedIndex:
         }
         if self.part is not None:
             tree["part"] = self.part._asdict()
-        return json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")
+        text = json.dumps(tree, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode("ascii")[:-1]
+        return b'%b%b%08x"}' % (text, _CHECKSUM, crc32(text))
 
     def write(self, directory: Path) -> None:
         """Write the file into the directory, which is a checkpoint from then on. Raises OutputError."""
@@ -373,6 +374,9 @@ class ShardedIndex:
                 sync_directory(directory.resolve().parent)  # a run makes a new directory for every checkpoint
             output.publish()
 
+
+_CHECKSUM = b',"crc32":"'
+"""What is behind the bytes that the checksum counts; an index of an earlier version has none."""
 
 _LONGEST = 512 << 20
 """Bytes of an index: that of a thousand ranks has ten million."""
@@ -429,11 +433,20 @@ def part_names(directory: Path) -> list[str]:
     return sorted(names, key=lambda name: (len(name), name))
 
 
-def read_file(path: Path) -> ShardedIndex:
-    """The index of one file, or a part of one. Raises InputError, UnsupportedError."""
+def read_file(path: Path, damage: dict[str, str] | None = None) -> ShardedIndex:
+    """The index of one file, or a part of one. Raises InputError, UnsupportedError.
+
+    Where its checksum does not match, ``damage`` gets that by the name of the file; without it raises DamagedError.
+    """
     with closing(open_range(ByteRange.of(path))) as file:
         require(file.source.length <= _LONGEST, f"{path}: has {file.source.length} bytes, more than {_LONGEST}")
         text = file.read(0, file.source.length)
+    head, mark, stated = text.rpartition(_CHECKSUM)
+    if mark and stated != b'%08x"}' % crc32(head):
+        problem = "checksum does not match; the file is damaged"
+        if damage is None:
+            raise DamagedError(f"{path}: {problem}")
+        damage[path.name] = problem
     return parse_index(text, str(path))
 
 

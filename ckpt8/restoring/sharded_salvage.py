@@ -75,8 +75,8 @@ class LostValue:
 class SalvagedDirectory(Restored):
     """What was recovered: ``tensors`` and ``values`` count those that were written, ``lost`` lists the others.
 
-    ``damage`` says what is wrong with a file, by its name: with its header or manifest, so that nothing proves the
-    names, shapes and places that it states, or why nothing of it was read.
+    ``damage`` says what is wrong with a file, by its name: with the index, a header or a manifest, so that nothing
+    proves the names, shapes and places that it states, or why nothing of it was read.
     """
 
     tensors: int = 0
@@ -169,7 +169,7 @@ def salvage_directory(
         for reader in directory.readers.values():
             find_lost(reader, workers)
         result = SalvagedDirectory(path=path, original=source.resolve().name, other_name=None)
-        result.damage = dict(joined.unread)
+        result.damage = joined.damage | joined.unread
         result.damage |= {name: reader.damage for name, reader in directory.readers.items() if reader.damage}
         whole = _whole(directory, result)
         result.tensors, result.values = len(whole.tensors), len(whole.objects)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import ckpt8
 from ckpt8 import InputError, OutputError, UsageError
+from ckpt8.container import plain_reader
 from ckpt8.container.header import FRAME
 from ckpt8.container.reader import ContainerReader
 from ckpt8.integrations.dcp import Ckpt8StorageWriter
@@ -131,6 +132,18 @@ def test_a_damaged_header_is_told_and_costs_nothing(saved, folder, tmp_path):
     assert found.damage.keys() == {f"{HURT}.ckpt8"}
     assert (found.complete, found.lost) == (False, [])
     assert ckpt8.diff(tmp_path / "back", saved / "whole").identical
+
+
+def test_a_flip_in_the_index_is_told_and_costs_nothing(saved, folder, tmp_path):
+    index = folder / "ckpt8-dcp.json"
+    flip_bit(index, index.read_bytes().rindex(b"note"))  # a key of the state dict
+    for read in (ckpt8.verify, ckpt8.load, lambda source: ckpt8.restore(source, tmp_path / "back"), plain_reader.read):
+        with pytest.raises((InputError, plain_reader.UnreadableError), match=r"ckpt8-dcp\.json: .*checksum"):
+            read(folder)
+    found = ckpt8.restore(folder, tmp_path / "back", salvage=True)
+    assert found.damage.keys() == {index.name}
+    assert (found.complete, found.lost) == (False, [])
+    assert load_all(tmp_path / "back").keys() == load_all(saved / "whole").keys()
 
 
 def test_values_and_parts_of_large_tensors(tmp_path):

@@ -9,6 +9,7 @@ import copy
 import json
 import random
 import shutil
+from contextlib import suppress
 
 import pytest
 import torch
@@ -96,23 +97,17 @@ def test_flips_in_the_file_of_a_rank_are_noticed(folder):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_flips_in_the_index_are_one_line_or_harmless(folder):
-    whole = ckpt8.load(folder)
+def test_flips_in_the_index_are_noticed_or_harmless(folder):
+    whole = repr(ckpt8.load(folder))
     content = (folder / INDEX).read_bytes()
     rng = random.Random(1)
-    for _ in range(80):
+    for place in (*range(0, len(content), 20), *range(len(content) - 20, len(content))):
         flipped = bytearray(content)
-        flipped[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+        flipped[place] ^= 1 << rng.randrange(8)
         (folder / INDEX).write_bytes(flipped)
         commands(folder)
-        try:
-            found = ckpt8.load(folder)
-        except Ckpt8Error:
-            continue
-        # A flip may change a key, or what nobody reads. The tensors are the same.
-        mine, theirs = ([each for each in tree.values() if isinstance(each, torch.Tensor)] for tree in (found, whole))
-        assert len(mine) == len(theirs)
-        assert all(any(torch.equal(each, other) for other in mine) for each in theirs)
+        with suppress(Ckpt8Error):
+            assert repr(ckpt8.load(folder)) == whole  # it changed the name of the checksum
 
 
 @pytest.mark.slow
