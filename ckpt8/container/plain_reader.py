@@ -651,8 +651,8 @@ class Ranks(Tensors):
         self.path, self.records, self._files = folder, {}, list[Container]()
         with reading(folder):
             parts = sorted(folder.glob("ckpt8-dcp.*.json"), key=lambda path: int(path.name.split(".")[1]))
-            index = folder / "ckpt8-dcp.json"
-            indices = [index_of(path.read_bytes(), path.name) for path in ([index] if index.exists() else parts)]
+            whole = folder / "ckpt8-dcp.json"
+            indices = [index_of(path.read_bytes(), path.name) for path in ([whole] if whole.exists() else parts)]
             saves = {(part["world"], part["save"]) for part in (index.get("part") for index in indices) if part}
             need(not saves or [world for world, _ in saves] == [len(indices)], "does not have the parts of one save")
             # Of what several ranks have, the first one's counts: it is written over that of the others.
@@ -662,8 +662,8 @@ class Ranks(Tensors):
                     self._files.append(Container(folder / name))
                     need(self._files[-1].seal == seal, f"{name} is of another save")
                 for name, record in index["tensors"].items():
-                    whole = self.records.setdefault(name, {**record, "boxes": []})
-                    whole["boxes"] += [(self._files[first + file], *box) for file, *box in boxes_of(record)]
+                    boxes = self.records.setdefault(name, {**record, "boxes": []})["boxes"]
+                    boxes += [(self._files[first + file], *box) for file, *box in boxes_of(record)]
 
     def __getitem__(self, name: str) -> Array:
         record = self.records[name]
