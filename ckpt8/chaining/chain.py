@@ -461,6 +461,8 @@ def _refuse_twice(sources: Sequence[Path], targets: dict[Path, Path]) -> None:
         raise UsageError(f"{twice}: is given twice")
     owners: dict[Path, Path] = {}
     for source, target in targets.items():
+        if is_container(source):
+            continue  # compress refuses it, and takes the others
         other = owners.setdefault(resolved(target), source)
         require(
             other is source,

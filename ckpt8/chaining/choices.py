@@ -69,12 +69,16 @@ def rungs_between(finest: str, coarsest: str) -> list[Rung]:
     return list(dict.fromkeys((first, *inner, last)))
 
 
+ALONE = ".ckpt8 alone"
+"""The name of a choice: the original beside a container goes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a checkpoint may become: ``nbytes`` whole, with an error of ``steps``, None where that is unknown.
 
     ``loss`` is what the error counts as. Without a ``rung`` nothing is compressed: ``name`` is ``as it is``, or
-    ``.ckpt8 alone`` where the original beside a container goes.
+    ``ALONE``.
     """
 
     name: str
@@ -160,7 +164,7 @@ class Item:
         if not self.may_change:
             return
         if self.raw is not None and self.packed is not None:
-            self.choices.append(Choice(".ckpt8 alone", record.stored_bytes, steps, own))
+            self.choices.append(Choice(ALONE, record.stored_bytes, steps, own))
         earlier = 0.0 if now else own
         coarser = [each for each in rungs if self.packed is None or each.steps > own]
         predicted = expect(self.source, [each.policy for each in coarser], threads) if coarser else []

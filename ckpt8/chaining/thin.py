@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.chaining import reader_copy
-from ckpt8.chaining.choices import Item, Rung, item_of, looks_of, remove_item, rungs_between
+from ckpt8.chaining.choices import ALONE, Item, Rung, item_of, looks_of, remove_item, rungs_between
 from ckpt8.chaining.jobs import (
     check_made_from,
     finish_removals,
@@ -60,7 +60,8 @@ class ThinRecord:
     ``score`` is its value of ``Thinning.metric``. ``becomes`` is ``as it is``, ``whole`` where a delta loses its base,
     ``.ckpt8 alone`` where the original beside it goes, a preset or a budget, or ``gone``. ``base`` is the checkpoint
     that it is then a delta to. ``twice``: it is compressed from a lossy container, and errors add up. ``held`` says why
-    it has to stay as it is, ``damage`` why it cannot be read whole.
+    it has to stay as it is, ``damage`` why it cannot be read whole. ``drops_original``: the original goes, once its
+    container was verified against it.
     """
 
     name: str
@@ -75,6 +76,7 @@ class ThinRecord:
     twice: bool = False
     held: str | None = None
     damage: str | None = None
+    drops_original: bool = False
 
 
 @dataclass(slots=True, repr=False)
@@ -362,6 +364,7 @@ class Thinner:
             twice=is_packed and form.is_new,
             held=item.held,
             damage=item.damage,
+            drops_original=item.raw is not None and (form.is_new or name == ALONE),
         )
 
     def _needs(self, forms: Sequence[Form]) -> int:

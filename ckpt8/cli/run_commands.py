@@ -177,8 +177,8 @@ def thin(
     With --to, old checkpoints become deltas and coarser, from --finest to --coarsest. If that is not enough, the least
     useful ones go. With --keep exactly those go that no rule keeps.
 
-    A new file is verified against the one it was made from before that goes. What is compressed twice states the sum of
-    both errors. DIR may be s3://BUCKET/run.
+    A new file is verified against the one it was made from before that goes, an original as well. What is compressed
+    twice states the sum of both errors. DIR may be s3://BUCKET/run.
     """
     from ckpt8.chaining.thin import thin as run
 
@@ -239,13 +239,17 @@ def _thinning_lines(facts: Mapping[str, Any]) -> list[str]:
     stay = counted(len(facts["records"]) - gone, "checkpoint") + (f" stay, {gone:,} go" if gone else "")
     applied, held = facts["applied"], ((row["held"], row["name"]) for row in facts["records"] if row["held"])
     said = [f"{stay}: {size(facts['bytes'])} -> {size(facts['then'])}{of}"]
+    if originals := sum(row["drops_original"] for row in facts["records"]):
+        removed = f"{counted(originals, 'original')} {'removed' if applied else 'to be removed'}"
+        said.append(f"{removed}, each once its .ckpt8 was verified against it")
     if facts["metric"] not in ("loss", "val. loss"):
         said.append(f"best is the {'highest' if facts['is_highest'] else 'lowest'} {facts['metric']}, as recorded")
     said += [f"{listed(names, LISTED)}: stays as it is: {why}" for why, names in grouped(held).items()]
     if any(row["twice"] for row in facts["records"]):
         said.append("twice: compressed from a lossy file; the errors are added, which is an upper bound")
     if not applied:
-        said.append(f"nothing was changed; --apply does it, with {size(facts['needs'])} free in {facts['needs_in']}")
+        room = f"{size(facts['needs'])} free in {facts['needs_in']}"
+        said.append(f"nothing was changed; --apply does it, and needs {room}")
     return said
 
 

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar, overload
 
+from ckpt8.checkpoint.readers import PACKED
 from ckpt8.checkpoint.readers.entries import directory_name, is_directory
 from ckpt8.checkpoint.replacing import checkpoint_file, run_in
 from ckpt8.checkpoint.sources.bundle import Bundle
@@ -44,7 +45,7 @@ from ckpt8.compressing.plan import Measured
 from ckpt8.compressing.planning import plan_bundle
 from ckpt8.compressing.policy import Policy
 from ckpt8.container.bases import looked_for_in
-from ckpt8.container.header import CONTAINER
+from ckpt8.container.header import CONTAINER, is_container
 from ckpt8.container.kept_bases import unneeded_file
 from ckpt8.container.manifest import Manifest
 from ckpt8.container.reader import ContainerReader
@@ -218,6 +219,7 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     Raises UsageError for a directory that needs a target.
     """
     refuse_url(source)
+    require(not is_container(source), f"{source}: {PACKED}")
     refuse_target(default_target(source) if target is None else target)
     refuse_source(default_target(source) if target is None else target, source)
     if target is None:

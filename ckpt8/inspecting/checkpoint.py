@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt8.checkpoint.meaning.parameter_names import count_whole
+from ckpt8.checkpoint.replacing import run_in
 from ckpt8.checkpoint.sources.opening import check_storages
 from ckpt8.compressing.plan import Plan
 from ckpt8.compressing.policy import Policy
@@ -35,7 +36,8 @@ def inspect_checkpoint(
 
     ``flags`` and ``sample`` come from ``survey``, ``layers`` from ``layers_of``. ``full`` reads every element for the
     flags, calls ``progress`` with the bytes that it has read, and checks the checksums that the source states.
-    ``tensors`` adds every tensor and every parameter that has moments.
+    ``tensors`` adds every tensor and every parameter that has moments. ``run`` names the checkpoints in the folder of
+    a run, which count as one here.
     """
     with without_collection(), open_any(path, containers=False) as source:
         if full:
@@ -49,6 +51,7 @@ def inspect_checkpoint(
             "kind": "checkpoint",
             "format": source.format,
             "bytes": source.size,
+            "run": run_in(path) if source.directory is not None else [],
             "members": [
                 {
                     "path": member.path,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt8.checkpoint.readers import READERS, is_plain_file, torch_zip
+from ckpt8.checkpoint.readers import READERS, WITHOUT_TENSORS, is_plain_file, torch_zip
 from ckpt8.checkpoint.readers.dcp import DcpMember
 from ckpt8.checkpoint.readers.dcp_metadata import METADATA
 from ckpt8.checkpoint.readers.entries import DirectoryMember, is_directory
@@ -75,7 +75,7 @@ def check_plain(path: Path, original: Path | None, progress: Progress) -> PlainC
             member for member in source.opened if isinstance(member, DcpMember) or member.checkpoint.format in READERS
         ]
         if not known:
-            raise InputError(f"{path}: holds no checkpoint of torch or safetensors, and is no directory of ranks")
+            raise InputError(f"{path}: {WITHOUT_TENSORS}")
         require(
             original is None,
             f"{path}: is a plain checkpoint, which states no errors to measure; compare the two with "

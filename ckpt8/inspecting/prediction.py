@@ -212,7 +212,7 @@ def _unpredicted(plan: Plan) -> dict[str, int]:
     reasons = Counter[str]()
     for unit in plan.units:
         for stream in unit.streams if not _has_step(unit) else ():
-            if stream.lossy and stream.index not in plan.copies:
+            if stream.codec.measured_as is not None and stream.index not in plan.copies:
                 known = unit.parameter and (unit.parameter.reason or unit.parameter.stepless)
                 reasons[known or (stream.reason or NOT_MEASURED).removeprefix(NO_BUDGET)] += 1
     return dict(reasons.most_common())

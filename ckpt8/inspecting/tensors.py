@@ -23,6 +23,7 @@ from pathlib import Path
 
 from ckpt8 import __version__
 from ckpt8.checkpoint.meaning.parameter_names import SLICE, without_file
+from ckpt8.checkpoint.readers import WITHOUT_TENSORS
 from ckpt8.checkpoint.sources.bundle import Bundle
 from ckpt8.checkpoint.sources.composite import Composite
 from ckpt8.checkpoint.sources.opening import open_source
@@ -52,7 +53,7 @@ def open_any(path: Path, *, containers: bool = True) -> Iterator[Bundle]:
         bundle.keep_all()
         # A distributed checkpoint is one even where no tensor in it has elements.
         if bundle.directory is not None and not (bundle.holds_tensors or bundle.distributed):
-            raise InputError(f"{bundle.path}: a directory without tensors; give a checkpoint")
+            raise InputError(f"{bundle.path}: {WITHOUT_TENSORS}")
         yield bundle
 
 

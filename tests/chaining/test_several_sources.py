@@ -77,6 +77,19 @@ def test_two_with_the_same_target_are_refused_before_anything(folder, run, run_c
     assert "given twice" in run_command.said(2, "compress", run[0], run[0])
 
 
+def test_containers_are_refused_and_the_others_taken(run, run_command):
+    run_command.shown("compress", *run)
+    packed = [path.with_suffix(".ckpt8") for path in run]
+    before = [digest(path) for path in (*run, *packed)]
+    code, out, err = run_command("compress", *sorted([*run, *packed]))
+    assert (code, out.count("was there already")) == (3, 3)
+    assert [line.split(": ")[1:] for line in err.splitlines()] == [
+        [str(path), "already a .ckpt8 file; give the checkpoint that it was made from"] for path in sorted(packed)
+    ]
+    assert run_command.refused(3, "compress", packed[0]) == err.splitlines(keepends=True)[-1]
+    assert [digest(path) for path in (*run, *packed)] == before
+
+
 @pytest.mark.slow
 def test_a_source_that_is_kept_is_told_after_its_container(run, run_command, monkeypatch):
     """The container is there, and what it holds is shown; only the removal failed."""

@@ -83,6 +83,9 @@ def test_a_run_fits_the_room_as_planned(share, run, originals):
         assert planned.becomes == "gone" or record.steps_then <= 1.1 * planned.steps_then
     check_kept(run, originals, done)
     assert done.records[-1].becomes != "gone"
+    assert {record.name for record in done if not (run / record.name).exists()} == {
+        record.name for record in done if record.drops_original or record.becomes == "gone"
+    }
     # Once more: nothing is left to do.
     again = look(run)
     assert all(record.becomes == "as it is" for record in ckpt8.thin(run, to=room, apply=True))
@@ -437,7 +440,7 @@ def test_what_a_resume_asks_for_and_what_is_named_stay_as_they_are(run):
 def test_what_was_saved_last_stays_where_a_run_began_again(run):
     """Its steps are lower than those of the run before. What thin compresses is not saved by that."""
     torch.save(torch.load(run / "step-5.pt") | {"step": 7}, run / "step-7.pt")
-    age(run / "step-7.pt", 60)
+    age(run / "step-7.pt", 1800)
     saved = (run / "step-7.pt").stat().st_mtime
     ckpt8.thin(run, keep="last:2", to=int(0.2 * taken(run)), apply=True)
     assert steps_of(run) == [7, 20, 25]
@@ -547,7 +550,8 @@ def test_the_command_shows_a_table_and_one_object(run):
     before = look(run)
     shown = CliRunner().invoke(app, ["thin", str(run), "--to", f"{int(0.05 * taken(run))}"])
     assert shown.exit_code == 0, shown.output
-    assert "nothing was changed; --apply does it" in shown.output
+    assert "to be removed, each once its .ckpt8 was verified against it" in " ".join(shown.output.split())
+    assert "nothing was changed; --apply does it, and needs" in shown.output
     assert shown.output.count("step-") >= 5
     printed = CliRunner().invoke(app, ["thin", str(run), "--keep", "last:1", "--json"])
     facts = json.loads(printed.output)

@@ -472,7 +472,7 @@ def _find_weights(
         places = {identifier: place(optimizer.candidate, identifier) for identifier in shapes}
         names = {identifier: beside.names[at] for identifier, at in places.items() if at in beside.names}
     saved = match(owner.model.node, names.values())
-    unordered = "its name is not known, nor the order of the weights in another file"
+    unordered = "the optimizer gives no names, and the file of the model no order"
     weights: dict[Identifier, TensorRef | str] = dict.fromkeys(shapes, unordered)
     for identifier, name in names.items():
         if identifier in shapes:

@@ -39,6 +39,12 @@ READERS: dict[str, str] = {
 }
 """The module of every format by its id, in the order of trying. ``get_reader`` imports a module when it is needed."""
 
+PACKED = "already a .ckpt8 file; give the checkpoint that it was made from"
+"""The problem of a container where a plain checkpoint is asked for."""
+
+WITHOUT_TENSORS = "a directory without tensors; give a checkpoint, or list a run with ckpt8 runs"
+"""The problem of a directory that is no checkpoint."""
+
 _TAR_MAGIC_OFFSET = 257
 _KNOWN_STARTS = (
     (b"PK", "a zip file without a data.pkl"),
@@ -106,7 +112,7 @@ def _refusal(file: SourceFile) -> InputError:
     if head[_TAR_MAGIC_OFFSET : _TAR_MAGIC_OFFSET + 5] == b"ustar":
         return UnsupportedError(f"{file.source}: a tar file; unpack it, or load it and save it again with torch.save")
     if begins_container(head):
-        return InputError(f"{file.source}: already a .ckpt8 file; give the checkpoint that it was made from")
+        return InputError(f"{file.source}: {PACKED}")
     if file.source.path.suffix == CONTAINER:
         ContainerReader(file.source.path).close()  # says what is damaged, and what helps
     what = next((what for start, what in _KNOWN_STARTS if head.startswith(start)), None)

@@ -516,6 +516,9 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
     origin = origin_words(facts, "", counted(parameters, "parameter") if parameters else "")
     say(console, facts["path"], style="bold")
     say(console, ", ".join(filter(None, (facts["format"], size(facts["bytes"]), origin))))
+    if facts["run"]:
+        several = f"the folder of a run ({listed(facts['run'], 3)}), taken as one checkpoint here"
+        say(console, f"{several}; ckpt8 runs {facts['path']} lists them, and inspect takes one of them", style="yellow")
     _show_origins(console, facts["origins"])
     console.print()
     if facts["predicted"]:
@@ -530,11 +533,9 @@ def _show_checkpoint(console: Console, facts: dict[str, Any]) -> None:
         show_hyperparameters(console, facts["hyperparameters"])
     _show_contents(console, facts)
     if facts["format"] == DIRECTORY:
-        show_table(
-            console,
-            ("member", "format", "original", "reason"),
-            [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]],
-        )
+        rows = [(m["path"], m["format"], size(m["bytes"]), m["reason"] or "") for m in facts["members"]]
+        shown = 4 if any(reason for *_, reason in rows) else 3
+        show_table(console, ("member", "format", "original", "reason")[:shown], [row[:shown] for row in rows])
     _show_tensors(
         console,
         facts,

@@ -194,6 +194,9 @@ def test_the_folder_of_a_run_is_packed_into_one_file_only_by_name(names, tmp_pat
         assert (code, err) == (0, "")
         return
     assert (code, out) == (2, "")
+    said = " ".join(run_command.shown("inspect", tmp_path / "run").split())
+    assert "the folder of a run (" in said
+    assert "lists them, and inspect takes one of them" in said
     assert f"ckpt8 chain {tmp_path / 'run'} compresses each" in err
     monkeypatch.chdir(tmp_path / "run")
     assert "ckpt8 chain . compresses each" in run_command("compress", ".")[2]
