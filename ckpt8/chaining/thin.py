@@ -436,7 +436,8 @@ class Thinner:
                     remove_verified(item.raw, item.target, threads=self._options.threads)
             if choice is not None and not self._is_remote:
                 # It was saved then, and what is saved last is the newest.
-                os.utime(item.target, (item.saved, item.saved))
+                with suppress(OSError):  # another user's, or a file system without such times
+                    os.utime(item.target, (item.saved, item.saved))
             item.looks = {} if choice is None else looks_of(item)
             if choice is None or form.is_new or form.is_rebased:
                 item.base = None

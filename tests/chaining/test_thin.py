@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import pytest
@@ -220,7 +221,11 @@ def test_nothing_is_compressed_twice_where_the_original_is_there(run, originals)
             assert reader.manifest.earlier is None
 
 
-def test_an_original_beside_its_container_goes_first(run, originals):
+def test_an_original_beside_its_container_goes_first(run, originals, monkeypatch):
+    def refuse(*_):
+        raise PermissionError  # the container is another user's
+
+    monkeypatch.setattr(os, "utime", refuse)
     packed = ckpt8.chain(run, preset="flash", delta=False)
     done = ckpt8.thin(run, to=sum(outcome.stored for outcome in packed), apply=True)
     assert {record.becomes for record in done} == {".ckpt8 alone"}
