@@ -43,9 +43,10 @@ def load(
     scalars of numpy are loaded as well. A file that has any comes on the CPU, unless ``map_location`` names a device.
     ``weights_only`` is for those who write it for torch: False is refused, as nothing here unpickles.
 
-    A container of several files needs ``member``, the path of one of them. A file of a distributed checkpoint gives the
-    slices of tensors in it by name: ``wte.weight[0:64,:]``. To load such a checkpoint as a whole, restore it and use
-    ``torch.distributed.checkpoint``. A directory that ``Ckpt8StorageWriter`` wrote gives the whole state dict.
+    A container of several checkpoint files needs ``member``, the path of one of them. A file of a distributed
+    checkpoint, which has to be named too, gives the slices of tensors in it by name: ``wte.weight[0:64,:]``. To load
+    such a checkpoint as a whole, restore it and use ``torch.distributed.checkpoint``. A directory that
+    ``Ckpt8StorageWriter`` wrote gives the whole state dict.
 
     With ``unpack``, a run of ``ckpt8.optim`` comes as the published optimizers would have saved it: codes
     and scales as fp32 moments, in the layout of torch, optimi, came-pytorch or lion-pytorch, and a 16-bit weight with

@@ -73,7 +73,7 @@ def test_it_needs_no_base_and_is_none(packed, tmp_path, run_command):
             write()
     with pytest.raises(InputError, match=r"compressed already.*restore DIR -o PLAIN"):
         ckpt8.compress(packed, tmp_path / "run.ckpt8")
-    with pytest.raises(OutputError, match="exists and is not a regular file"):
+    with pytest.raises(OutputError, match="exists and is not a regular file; give another name"):
         ckpt8.save({"w": torch.zeros(3)}, packed)
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
     assert content(packed) == before

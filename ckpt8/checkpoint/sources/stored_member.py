@@ -62,12 +62,15 @@ class MemberSource(SourceFile):
 
 
 def member_index(reader: ContainerReader, member: str | None) -> int:
-    """The number of the ``member``. Raises UsageError, which lists the choices, if it is ambiguous or no checkpoint."""
-    names = {record.path: index for index, record in enumerate(reader.manifest.members)}
-    if member is None and len(names) == 1:
-        return 0
+    """The number of the ``member``, by default the only checkpoint.
+
+    Raises UsageError, which lists the choices, if it is ambiguous or no checkpoint.
+    """
     members = reader.manifest.members
+    names = {record.path: index for index, record in enumerate(members)}
     checkpoints = [record.path for record in members if record.format not in (FILE, SYMLINK, DIRECTORY)]
+    if member is None and len(checkpoints) == 1 and members[names[checkpoints[0]]].format != DCP:
+        return names[checkpoints[0]]  # the slices of one rank depend on how many ranks there were
     choices = f"give member= one of {listed(checkpoints, limit=20)}"
     if member is None or member not in names:
         what = f"no member {member!r}" if member is not None else f"{len(names)} members"

@@ -327,6 +327,11 @@ def cautions(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from _first(_unrecognised(facts))
 
 
+def _low_bit_lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """The optimizer state in few bits, which no preset makes smaller."""
+    return (f"optimizer: {low_bit_line(state)}" for state in facts["low_bit"])
+
+
 def _kept_line(row: Mapping[str, Any]) -> str:
     name, reason = row["names"][0], row["reason"].removeprefix(NO_BUDGET)
     which = f"{name} is" if row["count"] == 1 else f"{row['count']:,} storages such as {name} are"
@@ -402,7 +407,7 @@ def _codec(name: str) -> str:
 
 def _show_contents(console: Console, facts: dict[str, Any]) -> None:
     """Print the low-bit optimizers, the roles of a checkpoint, the layers and the red flags."""
-    say(console, *(f"optimizer: {low_bit_line(state)}" for state in facts["low_bit"]))
+    say(console, *_low_bit_lines(facts))
     if facts["kind"] != "ckpt8":
         rows = [{"label": f"{_PARTS[row['role']]} {row['dtype']}", **row} for row in facts["roles"]]
         _show_bars(console, "Elements and bytes by role", rows, facts["bytes"], lambda row: (f"{row['elements']:,}",))
@@ -559,6 +564,7 @@ def summary(
     console.print(Text(target, style="bold"), soft_wrap=True)
     say(console, f"{_sizes(facts)}, {facts['asked']}, in {whole:.2f} s")
     _show_verdict(console, facts)
+    say(console, *_low_bit_lines(facts))
     then = f"verify {shlex.quote(target)} --against {shlex.quote(source)}" if kept else f"restore {shlex.quote(target)}"
     console.print(Text(f"next: ckpt8 {then}"), soft_wrap=True)
     if is_verbose():

@@ -298,7 +298,8 @@ class AtomicOutput(Closing):
     @classmethod
     def _examine(cls, target: Path, *, force: bool, check: Check) -> str | None:
         # In this order: a store lists what may be a directory.
-        require(cls.is_kind(target) or not target.exists(), f"{target}: exists and is not a {cls.what}", OutputError)
+        problem = f"{target}: exists and is not a {cls.what}; give another name"
+        require(cls.is_kind(target) or not target.exists(), problem, OutputError)
         if not force and (target.exists() or target.is_symlink()):
             raise exists_error(target)
         if target.exists():

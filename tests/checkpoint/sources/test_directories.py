@@ -79,6 +79,19 @@ def test_a_member_must_be_named(containers):
         ckpt8.load(containers["flash"], member="config.json")
 
 
+def test_the_only_checkpoint_needs_no_name(tmp_path):
+    """As ``save_pretrained`` writes it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    layer = torch.nn.Linear(70, 70)
+    save_file(layer.state_dict(), tmp_path / "model" / "model.safetensors")
+    ckpt8.compress(tmp_path / "model", preset="lossless")
+    resumed = torch.nn.Linear(70, 70)
+    assert ckpt8.resume(tmp_path / "model.ckpt8", model=resumed) == {}
+    assert torch.equal(resumed.weight, layer.weight)
+    assert torch.equal(ckpt8.load(tmp_path / "model.ckpt8")["bias"], layer.bias)
+
+
 def stepped(parameters):
     """An AdamW after a step."""
     parameters = list(parameters)
