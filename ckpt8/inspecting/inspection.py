@@ -88,7 +88,8 @@ def facts_of(
 
         facts = inspect_container(path, tensors=tensors, original=against, full=full, visit=visit)
     elif against is not None and not readiness:
-        raise UsageError(f"{path}: is not a .ckpt8; --against compares a .ckpt8 with its original")
+        problem = f"{path}: is not a .ckpt8, which --against compares with its original"
+        raise UsageError(f"{problem}; compare the two with ckpt8 diff {path} {against}")
     else:
         from ckpt8.inspecting.checkpoint import inspect_checkpoint
 

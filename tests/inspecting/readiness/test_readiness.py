@@ -324,7 +324,7 @@ def test_raw_checkpoints_compare_with_readiness_only(run, inputs, tmp_path):
     other = inputs / "gpt_stable_adamw.pt"
     code, out, err = run(inputs / "gpt_came.pt", "--against", other)
     assert (code, out) == (2, "")
-    assert "--against compares a .ckpt8 with its original" in err
+    assert "which --against compares with its original; compare the two with ckpt8 diff" in err
     code, out, _ = run(inputs / "gpt_came.pt", "--against", other, "--readiness", columns=300)
     assert code == 0
     assert "weights, 28 tensors: SNR" in section(out)
