@@ -169,11 +169,12 @@ def open_bases(
     place = stated.place + 1
     if place % LENGTH == 0:
         return
-    for path in _best(chain([newest], siblings), stated.key, place):
-        # What is below it may be missing, or need the target.
+    for path, expected in _best(chain([newest], siblings), stated.key, place):
+        # What is below it may be missing, or need the target. Another save may have replaced it.
         with contextlib.suppress(InputError, UsageError), OpenBase(path, place) as base:
             base.check_target(target)
-            if kept is None or _links(kept, base, target, is_needed=asked.only_linked):
+            is_same = base.reader.stated == expected
+            if is_same and (kept is None or _links(kept, base, target, is_needed=asked.only_linked)):
                 yield base
 
 
@@ -206,7 +207,8 @@ def _links(kept: KeptBases, base: OpenBase, target: Path, *, is_needed: bool) ->
                 stacklevel=_CALLER,
             )
         return not is_needed
-    return True
+    # Another save may have replaced the file after it was opened: then that is linked.
+    return not kept.has_links or base.reader.stated.seal in kept
 
 
 def _files_beside(target: Path) -> list[Path]:
@@ -247,18 +249,18 @@ def _siblings(paths: Iterable[Path], plan: Plan, policy: Policy) -> Iterator[_Si
                 yield path, reader.stated
 
 
-def _best(siblings: Iterable[_Sibling], key: str, place: int) -> Iterator[Path]:
+def _best(siblings: Iterable[_Sibling], key: str, place: int) -> list[_Sibling]:
     """The base of number ``place`` in the chain of ``key``, then the newest with few enough links."""
     newest = regular = None
     first = place - place % LENGTH
     most = _MOST_LINKS + (first > 0)
     for path, stated in siblings:
         if stated.key == key and stated.links < most and first <= stated.place < place:
-            newest = newest or path
+            newest = newest or (path, stated)
             if stated.place == place & (place - 1):
-                regular = path
+                regular = path, stated
                 break
-    return (chosen for chosen in dict.fromkeys((regular, newest)) if chosen is not None)
+    return [chosen for chosen in dict.fromkeys((regular, newest)) if chosen is not None]
 
 
 _BOUND = (Role.WEIGHT, Role.MOMENT1, Role.MOMENT2)

@@ -13,6 +13,8 @@ from diff_kit import tensors_of as tensors
 from run_kit import SmallRun
 
 import ckpt8
+from ckpt8.compressing import chosen_base
+from ckpt8.compressing.deltas import OpenBase
 from ckpt8.container.bases import KEPT, kept_name, stated_base
 from ckpt8.container.kept_bases import KeptBases
 from ckpt8.container.reader import ContainerReader
@@ -114,6 +116,40 @@ def test_a_base_that_is_removed_while_it_is_chosen_is_found_as_a_link(folder, mo
     assert pending.result().base.path == "step-0.ckpt8"
     assert [path.name for path in folder.path.iterdir() if path.is_file()] == ["a.ckpt8"]
     assert torch.equal(ckpt8.load(folder.path / "a.ckpt8")["w"], tree["w"])
+
+
+@pytest.mark.parametrize("moment", ["opened", "linked"])
+def test_a_base_that_another_save_replaces_while_it_is_chosen_is_none(moment, folder, tmp_path_factory, monkeypatch):
+    tree, other, link = {"w": torch.arange(9000.0)}, tmp_path_factory.mktemp("other") / "step-3.ckpt8", KeptBases.link
+    for _ in range(4 if moment == "opened" else 1):
+        folder.save(tree, budget=None, preset="lossless")
+    if moment == "opened":  # by one that has more links than the next number
+        (folder.path / "step-3.ckpt8").rename(other)
+        (folder.path / "step-2.ckpt8").unlink()
+    else:
+        ckpt8.save(tree, other, preset="lossless")
+
+    def replace():
+        if other.exists():
+            other.replace(folder.path / "step-0.ckpt8")
+
+    class Late(OpenBase):
+        def __init__(self, path, place):
+            replace()
+            super().__init__(path, place)
+
+    def late(kept, container):
+        replace()
+        link(kept, container)
+
+    if moment == "opened":
+        monkeypatch.setattr(chosen_base, "OpenBase", Late)
+    else:
+        monkeypatch.setattr(KeptBases, "link", late)
+    target = folder.path / "step-4.ckpt8"
+    ckpt8.save(tree, target, preset="lossless", base="auto", background=True, snapshot="packed").result()
+    assert torch.equal(ckpt8.load(target)["w"], tree["w"])
+    assert not other.exists()
 
 
 @pytest.mark.slow
