@@ -195,7 +195,8 @@ def _links(kept: KeptBases, base: OpenBase, target: Path, *, is_needed: bool) ->
     except Ckpt8Error:
         raise
     except OSError as exc:
-        if not base.path.exists():  # removed meanwhile; what is held as a candidate is a link
+        # Removed or replaced meanwhile; what is held as a candidate is a link.
+        if isinstance(exc, FileNotFoundError) or not base.path.exists():
             return base.reader.stated.seal in kept
         if not is_unlinked(target):
             _unlinked.add(resolved(target.parent))

@@ -78,8 +78,8 @@ class KeptBases(Closing):
             sync_directory(self._links)
 
     def __contains__(self, seal: str) -> bool:
-        """Whether there is a link to the container with that seal."""
-        return (self._links / kept_name(seal)).exists()
+        """Whether there is a link to the container with that seal, or that itself among the links."""
+        return seal in self._linked or (self._links / kept_name(seal)).exists()
 
     def hold(self, containers: Callable[[], Iterable[Path]]) -> None:
         """Link containers as far as they can be: one that is removed meanwhile can still become a base."""
@@ -87,7 +87,7 @@ class KeptBases(Closing):
             if (seal := stated_seal(path)) is not None:
                 with suppress(OSError):
                     self._links.mkdir(exist_ok=True)
-                    os.link(path.resolve(), self._links / kept_name(seal))
+                    _make_link(self._links / kept_name(seal), path.resolve(), seal)
 
     def link_needed(self) -> None:
         """Link the bases of the containers in the folder, as far as they are there and can be linked."""
@@ -113,7 +113,7 @@ class KeptBases(Closing):
         if container.parent != self._links.resolve():
             self._links.mkdir(exist_ok=True)
             try:
-                os.link(container, link)
+                _make_link(link, container, head.seal)
             except FileExistsError:
                 # A copy of the folder has copies of the links.
                 if _is_to_be_replaced(link, container, head.seal):
@@ -203,6 +203,14 @@ def _drop(folder: Path) -> tuple[int, dict[Path, Stated]]:
     with suppress(OSError):
         (folder / KEPT).rmdir()
     return freed, heads
+
+
+def _make_link(link: Path, container: Path, seal: str) -> None:
+    """Link a container. Raises OSError, FileNotFoundError also where another save has just replaced it."""
+    os.link(container, link)
+    if stated_seal(link) != seal:
+        link.unlink()
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(container))
 
 
 def _is_to_be_replaced(link: Path, container: Path, seal: str) -> bool:

@@ -159,6 +159,27 @@ def test_what_a_save_replaces_is_kept_for_those_that_need_it(run):
     assert run.below("3.ckpt8") == [seal, run.seals["0.ckpt8"]]
 
 
+@pytest.mark.parametrize("call", ["hold", "link"])
+def test_what_replaces_a_file_is_not_linked_under_its_seal(call, run, monkeypatch):
+    link, other = os.link, run.folder / "other"
+
+    def late(path, target):
+        shutil.copy(run.folder / "1.ckpt8", other)
+        other.replace(path)
+        link(path, target)
+
+    monkeypatch.setattr(os, "link", late)
+    path = run.folder / "3.ckpt8"
+    with KeptBases(run.folder) as kept:
+        if call == "hold":
+            kept.hold(lambda: [path])
+        else:
+            with pytest.raises(FileNotFoundError):
+                kept.link(path)
+        assert run.seals["3.ckpt8"] not in kept
+        assert run.kept() == ["0.ckpt8", "2.ckpt8"]
+
+
 def test_nothing_goes_while_a_save_is_under_way(run):
     with KeptBases(run.folder) as kept:
         kept.link(run.folder / "3.ckpt8")
