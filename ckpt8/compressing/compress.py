@@ -54,7 +54,7 @@ from ckpt8.core.errors import Ckpt8Error, InputError, UsageError, WrongTypeError
 from ckpt8.core.files.atomic import AtomicFile, any_file, as_private_as, default_path, refuse_source, writing
 from ckpt8.core.files.file_objects import path_to_write
 from ckpt8.core.files.paths import as_path
-from ckpt8.core.files.source_file import RemotePath, refuse_target, refuse_url, resolved
+from ckpt8.core.files.source_file import RemotePath, reading, refuse_target, refuse_url, resolved
 from ckpt8.core.gpu import requested
 from ckpt8.core.json_text import is_unicode
 from ckpt8.core.log import log
@@ -219,6 +219,9 @@ def target_of(source: Path, target: Path | None, *, force: bool) -> Path:
     Raises UsageError for a directory that needs a target.
     """
     refuse_url(source)
+    if not isinstance(source, RemotePath):
+        with reading(source):
+            source.stat()  # its container may have taken its place
     require(not is_container(source), f"{source}: {PACKED}")
     refuse_target(default_target(source) if target is None else target)
     refuse_source(default_target(source) if target is None else target, source)

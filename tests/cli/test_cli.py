@@ -147,6 +147,7 @@ def test_what_is_no_checkpoint_is_refused_by_every_command(kind, run, tmp_path):
 @pytest.mark.parametrize("command", [*COMMANDS, "chain", "runs", "rebase", "diff", "convert"])
 def test_missing_files_and_directories_are_refused(command, run, tmp_path):
     missing = tmp_path / "missing.pt"
+    missing.with_suffix(".ckpt8").write_bytes(b"x")  # as after compress --remove
     more = {"diff": [missing], "convert": [tmp_path / "x.safetensors"]}.get(command, [])
     said = f"ckpt8: {missing}: cannot be read: No such file or directory\n"
     assert run(command, missing, *more) == (3, "", said)
