@@ -107,30 +107,34 @@ class Job:
             if self.base_written is not None:
                 futures.wait([self.base_written])
             manifest = taken.write()
+            self.release()
         except BaseException as exc:
             self.fail(exc)
         else:
-            self.release()
             self.future.set_result(manifest)
 
     def fail(self, error: BaseException) -> None:
         """Make ``error`` the outcome."""
-        self.release()
-        with _lock:
-            self.future.set_exception(error)
-            is_unasked = self._dropped
-        self._go.set()
+        try:
+            self.release()
+        finally:
+            with _lock:
+                self.future.set_exception(error)
+                is_unasked = self._dropped
+            self._go.set()
         if is_unasked:
             self._warn(error)
 
     def release(self) -> None:
         """Free the memory, and let the next save to this target begin."""
-        if self.taken is not None:
-            self.taken.close()
-        self.taken = None
-        with _lock:
-            if _pending.get(self.key) is self:
-                del _pending[self.key]
+        taken, self.taken = self.taken, None
+        try:
+            if taken is not None:
+                taken.close()
+        finally:
+            with _lock:
+                if _pending.get(self.key) is self:
+                    del _pending[self.key]
 
     def drop(self) -> None:
         """Note that nobody can ask any more: a failure, now or later, becomes a warning unless somebody has asked."""

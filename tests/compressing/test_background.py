@@ -264,6 +264,21 @@ def test_a_thread_stays_for_the_next_save(tmp_path, monkeypatch):
     assert set(threading.enumerate()) - others() <= before
 
 
+def test_what_cannot_be_freed_does_not_stop_the_next_save(snapshot, tmp_path, monkeypatch):
+    kind = compress._Copied if snapshot == "copy" else Unwritten
+    close = kind.close
+
+    def fails(taken):
+        close(taken)
+        raise RuntimeError("not freed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "close", fails)
+        with pytest.raises(RuntimeError, match="not freed"):
+            ckpt8.save(checkpoint(), tmp_path / "a.ckpt8", background=True, snapshot=snapshot).result(30)
+    ckpt8.save(checkpoint(), tmp_path / "a.ckpt8", background=True).result(30)
+
+
 def test_a_failed_save_does_not_stop_the_next(tmp_path, gate):
     target = tmp_path / "a.ckpt8"
     gate.fail = MemoryError("no room")
