@@ -125,6 +125,8 @@ def inspect(
         from ckpt8.cli.show.inspect import show
 
         show(console(), facts)
+        if html is not None:
+            print_lines(console(), [f"{html}: is written; open it in a browser"])
 
 
 @finding_bases

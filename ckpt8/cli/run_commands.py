@@ -292,6 +292,8 @@ def runs(
     if html is not None:
         output.write(page(facts), [directory])
     present(facts, lambda console: show(console, facts), as_json=as_json)
+    if html is not None and not as_json:
+        print_lines(console(), [f"{html}: is written; open it in a browser"])
     if problems := run.problems:
         raise InputError(f"{counted(len(problems), 'checkpoint')} cannot be read whole, the first: {problems[0]}")
 

@@ -198,7 +198,7 @@ def test_the_report_is_written_as_every_output_is(run_command, packed, tmp_path)
     target.write_text("mine")
     assert "--force" in run_command.refused(4, "inspect", container, "--html", target)
     assert target.read_text() == "mine"
-    assert run_command("inspect", container, "--html", target, "--force")[0] == 0
+    assert f"{target}: is written" in run_command.shown("inspect", container, "--html", target, "--force")
     assert target.read_bytes().startswith(b"<!doctype html>")
     before = container.read_bytes()
     for refused in (container, tmp_path, tmp_path / "missing" / "r.html"):
