@@ -15,6 +15,7 @@ from disk_kit import longest_file
 
 from ckpt8.cli.bench.probe import run_child
 from ckpt8.core.closing import deferred
+from ckpt8.core.files import atomic
 from ckpt8.core.files.atomic import allocate, temporary_directory, write_at
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
@@ -34,6 +35,19 @@ def number(request):
     before = signal.signal(request.param, strike)
     yield request.param
     signal.signal(request.param, before)
+
+
+def test_what_a_thread_makes_while_others_are_removed_at_exit_keeps_none(tmp_path, monkeypatch):
+    removed = []
+
+    def remove(path):
+        removed.append(path)
+        atomic.unfinished[tmp_path / "late"] = os.getpid()
+
+    monkeypatch.setattr(atomic, "unfinished", dict.fromkeys((tmp_path / "a", tmp_path / "b"), os.getpid()))
+    monkeypatch.setattr(atomic, "remove", remove)
+    atomic._remove_unfinished()
+    assert removed == [tmp_path / "a", tmp_path / "b"]
 
 
 @posix

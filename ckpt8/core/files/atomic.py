@@ -48,7 +48,7 @@ that would remove one."""
 
 @atexit.register
 def _remove_unfinished() -> None:
-    for path, process in unfinished.items():
+    for path, process in list(unfinished.items()):  # threads of saves may still make some
         if process == os.getpid():
             remove(path)
 
