@@ -148,8 +148,10 @@ class Look(transformers.TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         if control.should_save:
+            is_first, is_last = not self.present, state.global_step == args.max_steps
             self.present[state.global_step] = sorted(path.name for path in self.folder.glob("checkpoint-*"))
-            self.gate.release()
+            if not is_first:
+                self.gate.release(1 + is_last)
 
     def replace(self, new, final):
         self.gate.acquire()
@@ -168,7 +170,6 @@ def save_behind(folder):
             options |= {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
         made = trainer(place, 2, SHARDED, "mixin", BEHIND, **options)
         made.add_callback(look)
-        look.gate.release()
 
         def replace(new, final, name=name, look=look):
             if name == "fails" and final.name == "checkpoint-4":
