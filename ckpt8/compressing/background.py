@@ -45,6 +45,8 @@ def _after_fork() -> None:
     """Forget the saves of the parent: its threads do not run in the child, and its files are not the child's."""
     global _lock, _threads
     _lock, _threads = threading.RLock(), _new_threads()
+    for job in _pending.values():
+        job.leave()
     _pending.clear()
 
 
@@ -135,6 +137,11 @@ class Job:
             with _lock:
                 if _pending.get(self.key) is self:
                     del _pending[self.key]
+
+    def leave(self) -> None:
+        """In a process that was forked meanwhile: its parent saves, and no thread here tells the outcome."""
+        self.is_asked, self.future = True, futures.Future()
+        self.future.set_exception(UsageError(f"{self.target}: is saved by the process that this one was forked from"))
 
     def drop(self) -> None:
         """Note that nobody can ask any more: a failure, now or later, becomes a warning unless somebody has asked."""
