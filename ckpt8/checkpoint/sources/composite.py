@@ -22,8 +22,8 @@ from ckpt8.core.lazy import torch
 from ckpt8.core.tensors import DType
 from ckpt8.core.workers import assign, rows
 
-BLOCK = 8 * FRAME
-"""Elements to read and write at once, a multiple of every group and tile: 32 MiB of float32."""
+BLOCK = 4 * FRAME
+"""Elements to read and write at once, a multiple of every group and tile: 16 MiB of float32."""
 
 
 class Fill(NamedTuple):
